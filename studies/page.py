@@ -24,6 +24,7 @@ from studies import (
     planner,
     printed_memory,
     printed_tables,
+    stats,
     theorem_gap,
 )
 from studies.runner import RESULTS, ROOT, table
@@ -97,26 +98,32 @@ def converged(task: str, found: dict[str, Any]) -> str:
     """Return what the rates of a task gave, and whether its runs are at the end of training."""
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
     tried = json.loads((RESULTS / f"{depth_for_heads.name_of(task)}-rates.json").read_text())
-    loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
+    loss = {
+        run["arm"]: f"{run.get('validation_loss', run['held_out_loss']):.4f}"
+        for run in tried["runs"]
+    }
     rows, open_ended, all_falls = [], [], []
     for arm, own in _by_arms(found).items():
         falls = [depth_for_heads.fall_at_end(run) for run in own]
         all_falls += falls
         of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
         shown = ", ".join(f"{fall:.1f}" for fall in falls)
-        rows.append((arm, *of_rates, best[arm], shown, f"{mean(falls):.2f}"))
-        if not depth_for_heads.is_flat(own):
+        train = [f"{mean(run['train_loss'] for run in own):.4f}"] if "train_loss" in own[0] else []
+        rows.append((arm, *of_rates, best[arm], shown, f"{mean(falls):.2f}", *train))
+        if not depth_for_heads.is_flat(task, own):
             open_ended.append(arm)
     rates = [f"loss at {rate}" for rate in setting.rates]
-    headers = ("arm", *rates, "taken", "fall of the loss, %, by seed", "mean")
+    headers = ("arm", *rates, "taken", "fall of the loss, %, by seed", "mean", "training loss")
+    headers = headers[: len(rows[0])]
     shown = tabulate(rows, headers, "github", disable_numparse=True)
     if open_ended:
         verdict = (
-            f"By the rule, {' and '.join(open_ended)} had not reached the end of training. All "
-            "other arms had."
+            f"By the rule, {' and '.join(open_ended)} had not reached the end of training"
+            f"{'; all other arms had' if len(open_ended) < len(rows) else ''}."
         )
     else:
-        verdict = f"All {len(rows)} arms are at the end of their training."
+        arms = "Both arms" if len(rows) == 2 else f"All {len(rows)} arms"
+        verdict = f"{arms} are at the end of their training."
     ends = setting.rates[0], setting.rates[-1]
     edge = [arm for arm, *_ in rows if arm != depth_for_heads.AGAIN and best[arm] in ends]
     unbracketed = (
@@ -127,13 +134,18 @@ def converged(task: str, found: dict[str, Any]) -> str:
     )
     said = (
         f"**At the end.** {verdict} The last columns show by how much the last fifth of the steps "
-        "lowered the loss of the first held-out items: by "
+        "lowered the loss of the items that are measured during training: by "
         f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and by {median(all_falls):.1f}% "
-        f"at the median. {sum(abs(fall) > depth_for_heads.FLAT for fall in all_falls)} of "
-        f"{len(all_falls)} runs changed by more than {depth_for_heads.FLAT:g}%. The losses at the "
+        f"at the median. {sum(abs(fall) > setting.flat for fall in all_falls)} of "
+        f"{len(all_falls)} runs changed by more than {setting.flat:g}%. The losses at the "
         f"three rates are of seed {depth_for_heads.TRIED_SEED}."
         f"{unbracketed}"
     )
+    gaps = ", ".join(
+        "{:.2f} [{:.2f}, {:.2f}] {}".format(gap.mean(), *stats.interval(gap), time)
+        for time, gap in depth_for_heads.gap_during(task, found["runs"]).items()
+    )
+    said += f" On the same items, lean's lead over the original, in {setting.unit}, is {gaps}."
     return f"{said}\n\n{shown}"
 
 
@@ -266,8 +278,8 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
     text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
     if differ:
         text += " The others:"
-    if other["study"] in map(depth_for_heads.name_of, _TO_THE_END):
-        flat = [depth_for_heads.is_flat(own) for own in _by_arms(other).values()]
+    if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
+        flat = [depth_for_heads.is_flat(task, own) for own in _by_arms(other).values()]
         differ.append(f"{sum(flat)} of {len(flat)} arms are at the end of their training.")
     return " ".join([text, *differ])
 

@@ -23,7 +23,8 @@ from studies.study import Arm, Claim, Scale, Study, judged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-COSTS = "train_flops", "peak_memory_bytes", "cpu_seconds"  # of a run, where it says so
+# Measures of a run, where it has them.
+MORE = "validation_loss", "train_loss", "train_flops", "peak_memory_bytes", "cpu_seconds"
 
 
 def main(study: Study, argv: Sequence[str] | None = None) -> None:
@@ -180,7 +181,7 @@ class _Run:
             "held_out_accuracy": summary.get("held_out_accuracy"),
             "params": summary["params"],
             "seconds": summary["seconds"],
-            **{name: summary[name] for name in COSTS if name in summary},
+            **{name: summary[name] for name in MORE if name in summary},
             "versions": {"torch": summary["torch"]},
         }
         if "losses" in summary:

@@ -5,8 +5,9 @@
 A task is read from this Python's installation or generated:
 
 - ``pictures``: which open cells of a drawn maze its start reaches. A maze has 5 × 5 noisy cells of
-  4 × 4 pixels. Every cell is a patch, and the model classifies each. There are 1,000 mazes to learn
-  from, each with other noise whenever it is seen.
+  4 × 4 pixels. Every cell is a patch, and the model classifies each. A seed gives 1,000 mazes to
+  learn from, each with other noise whenever it is seen. All seeds are measured on the same mazes:
+  2,000 during training, and 10,000 others after it.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
 - ``listops``: the value of each list at its closing bracket. Lists are nested, of MIN, MAX and MED,
   with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]. The held-out value is that of the whole
@@ -14,7 +15,8 @@ A task is read from this Python's installation or generated:
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
 the initial weights and the order of the items. The loss and the accuracy of the first held-out
-items, and kappa, are measured before training and after each twentieth of the steps.
+items, and kappa, are measured before training and after each twentieth of the steps. The training
+loss is the mean over the last twentieth.
 """
 
 import argparse
@@ -58,8 +60,9 @@ PIXELS = 4  # a side of a cell
 NOISE = 1.2  # standard deviation of a pixel
 WALLS = 0.42  # share of the cells
 TRAINING_MAZES = 1000
-NOISES = 1 << 30  # which a training maze is shown with
-HELD_OUT_MAZES = 2000
+NOISES = 1 << 30  # indices of each training maze, for other noise
+VALIDATION_MAZES = 2000
+HELD_OUT_MAZES = 10_000
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Task:
 
     Attributes:
         held_out: items as a batch has them, tensors of equal length.
+        validation: others for the measurements during training, or None for the held-out ones.
         pick: takes indices of training items, gives a batch.
         items: how many indices there are.
         tokens: tokens of an item, padding included, on average over training.
@@ -79,6 +83,12 @@ class Task:
     items: int
     tokens: float
     scores: Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+    validation: tuple[Tensor, ...] | None = None
+
+    @property
+    def checked(self) -> tuple[Tensor, ...]:
+        """Return the items that are measured during training."""
+        return self.held_out if self.validation is None else self.validation
 
 
 class MazeTransformer(SmallTransformer):
@@ -169,11 +179,15 @@ def step_to_sides(cells: np.ndarray) -> np.ndarray:
     return beside
 
 
-def pictures() -> Task:
-    """Return the task of the mazes; an index gives one of those to learn from, and its noise."""
-    images, targets = mazes(np.random.default_rng(1), TRAINING_MAZES)
-    of_held_out = np.random.default_rng(0)
-    held_out_images, held_out_targets = mazes(of_held_out, HELD_OUT_MAZES)
+def pictures(seed: int = 0) -> Task:
+    """Return the task of the mazes; the indices of a batch give its mazes and their noise."""
+
+    def noisy(key: int, count: int) -> tuple[Tensor, Tensor]:
+        generator = np.random.default_rng(key)
+        images, targets = mazes(generator, count)
+        return add_noise(generator, images), targets
+
+    images, targets = mazes(np.random.default_rng([1, seed]), TRAINING_MAZES)
 
     def pick(chosen: np.ndarray) -> tuple[Tensor, ...]:
         own = torch.from_numpy(chosen % TRAINING_MAZES)
@@ -184,11 +198,12 @@ def pictures() -> Task:
         return model(images)[targets >= 0], targets[targets >= 0]
 
     return Task(
-        (add_noise(of_held_out, held_out_images), held_out_targets),
+        noisy(2, HELD_OUT_MAZES),
         pick,
         TRAINING_MAZES * NOISES,
         CELLS * CELLS,
         scores,
+        noisy(0, VALIDATION_MAZES),
     )
 
 
@@ -337,6 +352,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     if args.task == "python":
         task = python_bytes(args.context, args.every_file)
+    elif args.task == "pictures":
+        task = pictures(args.seed)
     else:
         task = TASKS[args.task]()
     start_memory = _peak_memory(args.device)
@@ -352,18 +369,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     def check(step: int) -> None:
         nonlocal checking
         began = clocks()
-        curve.append(_evaluate(model, task, args.device, CHECKED // model.sequence_length))
+        count = CHECKED // model.sequence_length
+        part = tuple(of[:count] for of in task.checked)
+        curve.append(_evaluate(model, task, part, args.device))
         rows.extend(_kappas(model, task, args.device, step))
         checking = checking + clocks() - began
 
     check(0)
     started = clocks() - checking
-    _train(model, task, args, check)
+    train_loss = _train(model, task, args, check)
     seconds, cpu = (clocks() - started - checking).tolist()
-    loss, accuracy = _evaluate(model, task, args.device)
+    loss, accuracy = _evaluate(model, task, task.held_out, args.device)
+    validation = loss
+    if task.validation is not None:
+        validation, _ = _evaluate(model, task, task.validation, args.device)
     summary = {
         "held_out_loss": loss,
         "held_out_accuracy": accuracy,
+        "validation_loss": validation,
+        "train_loss": train_loss,
         "losses": [loss for loss, _ in curve],
         "accuracies": [share for _, share in curve],
         "params": sum(parameter.numel() for parameter in model.parameters()),
@@ -388,8 +412,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _train(
     model: nn.Module, task: Task, args: argparse.Namespace, check: Callable[[int], None]
-) -> None:
-    """Train a model, and call ``check`` with the steps that are done at each of CHECKS times."""
+) -> float:
+    """Train a model, and call ``check`` with the steps that are done at each of CHECKS times.
+
+    Returns:
+        The mean training loss between the last two of them.
+    """
+    recent, mean = [], math.nan
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -409,18 +438,21 @@ def _train(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        recent.append(loss.detach())
         if step + 1 in checked:
             check(step + 1)
+            mean, recent = torch.stack(recent).mean().item(), []
+    return mean
 
 
 @torch.no_grad()
 def _evaluate(
-    model: nn.Module, task: Task, device: str, items: int | None = None
+    model: nn.Module, task: Task, items: tuple[Tensor, ...], device: str
 ) -> tuple[float, float]:
-    """Return the mean loss of the predictions of held-out items, and the share that is right."""
+    """Return the mean loss of the predictions of items, and the share that is right."""
     model.eval()
     losses, right = [], []
-    for batch in zip(*(part[:items].split(200) for part in task.held_out)):
+    for batch in zip(*(part.split(200) for part in items)):
         logits, targets = task.scores(model, _on(batch, device))
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         right.append(logits.argmax(dim=1) == targets)
@@ -428,7 +460,7 @@ def _evaluate(
 
 
 def _kappas(model: nn.Module, task: Task, device: str, step: int) -> list[dict]:
-    batch = _on(tuple(part[:PROBED] for part in task.held_out), device)
+    batch = _on(tuple(part[:PROBED] for part in task.checked), device)
     return measure(model, batch, forward=task.scores, samples=PROBED, step=step)
 
 

@@ -1,6 +1,7 @@
 """Studies run, are stopped and go on; what is on the page is what was recorded."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -171,11 +172,16 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     path = tmp_path / "depth_for_heads_python-to-the-end-rates.json"
     path.write_text(json.dumps({"runs": tried}))
     flat, falling = [3.0] + [1.0] * 20, [3.0] * 17 + [2.9, 2.9, 2.9, 2.8]
-    runs = [{"arm": arm, "seed": seed, "losses": flat} for arm in arms for seed in (0, 1)]
-    assert "All 2 arms are at the end of their training." in page.converged(task, {"runs": runs})
+    accuracies = [0.5] * 21
+    runs = [
+        {"arm": arm, "seed": seed, "losses": flat, "accuracies": accuracies}
+        for arm in arms
+        for seed in (0, 1)
+    ]
+    assert "Both arms are at the end of their training." in page.converged(task, {"runs": runs})
     runs[3]["losses"] = falling
     said = page.converged(task, {"runs": runs})
-    assert "lean had not reached the end of training. All other arms had." in said
+    assert "lean had not reached the end of training; all other arms had." in said
     row = next(line for line in said.splitlines() if line.startswith("| lean"))
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
         *(f"{float(rate):.4f}" for rate in rates),
@@ -185,6 +191,11 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     ]
     assert "For original and lean, the best of the three is the lowest" in said
     assert "by 0.0% to 6.7% in a run, and by 0.0% at the median. 1 of 4 runs" in said
+    gap = -100 * math.log(2.8) / 2
+    assert (
+        f"lean's lead over the original, in % of the loss, is {gap:.2f} [" not in said
+    )  # after 80%
+    assert f"{gap:.2f} [" in said
 
 
 def test_a_repetition_of_one_claim_stands_beside_that_claim():
