@@ -95,7 +95,7 @@ SETTINGS = {
         seconds=160,
         score="accuracy",
         margin=0.5,
-        flat=3.0,
+        flat=4.0,
         width=48,
         head_dim=8,
     ),

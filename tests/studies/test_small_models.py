@@ -292,10 +292,10 @@ def test_an_arm_is_flat_if_its_last_fifth_hardly_changes_the_loss_on_average() -
     assert depth_for_heads.is_flat("pictures", [run(0.975)])
     assert not depth_for_heads.is_flat("python-to-the-end", [run(0.975)])
     assert not depth_for_heads.is_flat("python", [run(1)])
-    assert not depth_for_heads.is_flat("pictures", [run(0.965)])
-    assert not depth_for_heads.is_flat("pictures", [run(1.035)])
-    assert depth_for_heads.is_flat("pictures", [run(0.965), run(1.035)])
-    assert not depth_for_heads.is_flat("pictures", [run(0.96), run(0.975)])
+    assert not depth_for_heads.is_flat("pictures", [run(0.955)])
+    assert not depth_for_heads.is_flat("pictures", [run(1.045)])
+    assert depth_for_heads.is_flat("pictures", [run(0.955), run(1.045)])
+    assert not depth_for_heads.is_flat("pictures", [run(0.94), run(0.975)])
 
 
 def test_gaps_are_of_the_same_seed_and_time() -> None:
