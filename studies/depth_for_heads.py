@@ -206,7 +206,7 @@ def is_flat(task: str, runs: Sequence[Measured]) -> bool:
     return limit is not None and abs(fmean(map(fall_at_end, runs))) <= limit
 
 
-def gap_during(task: str, runs: Sequence[Measured]) -> dict[str, np.ndarray]:
+def lead_during(task: str, runs: Sequence[Measured]) -> dict[str, np.ndarray]:
     """Return lean's lead over the original on the items that are measured during training.
 
     Each is (seeds,): after 80% of the steps, after all of them, and at the measurement of each run
@@ -221,7 +221,7 @@ def gap_during(task: str, runs: Sequence[Measured]) -> dict[str, np.ndarray]:
             scores = 100 * np.array([run["accuracies"] for run in own])
         best = scores[np.arange(len(own)), losses.argmin(axis=1)]
         of_arms[arm] = [scores[:, BEFORE_LAST_FIFTH], scores[:, -1], best]
-    times = "after 80% of the steps", "after all", "where the loss of each run was lowest"
+    times = "after 80% of the steps", "after all steps", "where the loss of each run was lowest"
     return {
         time: lean - original
         for time, lean, original in zip(times, of_arms[LEAN], of_arms[ORIGINAL])

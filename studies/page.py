@@ -134,19 +134,20 @@ def converged(task: str, found: dict[str, Any]) -> str:
     )
     said = (
         f"**At the end.** {verdict} The last columns show by how much the last fifth of the steps "
-        "lowered the loss of the items that are measured during training: by "
-        f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and by {median(all_falls):.1f}% "
-        f"at the median. {sum(abs(fall) > setting.flat for fall in all_falls)} of "
+        "lowered the loss of the items that are measured during training. This was "
+        f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and {median(all_falls):.1f}% at "
+        f"the median. {sum(abs(fall) > setting.flat for fall in all_falls)} of "
         f"{len(all_falls)} runs changed by more than {setting.flat:g}%. The losses at the "
         f"three rates are of seed {depth_for_heads.TRIED_SEED}."
         f"{unbracketed}"
     )
-    gaps = ", ".join(
-        "{:.2f} [{:.2f}, {:.2f}] {}".format(gap.mean(), *stats.interval(gap), time)
-        for time, gap in depth_for_heads.gap_during(task, found["runs"]).items()
-    )
-    said += f" On the same items, lean's lead over the original, in {setting.unit}, is {gaps}."
-    return f"{said}\n\n{shown}"
+    leads = [
+        (time, "{:.2f} [{:.2f}, {:.2f}]".format(lead.mean(), *stats.interval(lead)))
+        for time, lead in depth_for_heads.lead_during(task, found["runs"]).items()
+    ]
+    headers = ("on the same items", f"lean's lead over the original, {setting.unit}")
+    during = tabulate(leads, headers, "github", disable_numparse=True)
+    return f"{said}\n\n{shown}\n\n{during}"
 
 
 def _by_arms(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -298,7 +298,7 @@ def test_an_arm_is_flat_if_its_last_fifth_hardly_changes_the_loss_on_average() -
     assert not depth_for_heads.is_flat("pictures", [run(0.94), run(0.975)])
 
 
-def test_gaps_are_of_the_same_seed_and_time() -> None:
+def test_leads_are_of_the_same_seed_and_time() -> None:
     def run(arm: str, seed: int, losses: list[float]) -> dict:
         accuracies = [1 - loss for loss in losses]
         return {"arm": arm, "seed": seed, "losses": losses, "accuracies": accuracies}
@@ -306,10 +306,10 @@ def test_gaps_are_of_the_same_seed_and_time() -> None:
     flat, early = [0.9] * 16 + [0.5] * 5, [0.9, 0.2] + [0.6] * 14 + [0.5, 0.5, 0.5, 0.5, 0.4]
     runs = [run("lean", 1, early), run("original", 0, flat), run("lean", 0, flat)]
     runs += [run("original", 1, [0.3] * 21)]
-    gaps = depth_for_heads.gap_during("pictures", runs).values()
-    for gap, expected in zip(gaps, ([0, -20], [0, -10], [0, 10]), strict=True):
-        assert gap == pytest.approx(expected)
-    (_, last, _) = depth_for_heads.gap_during("python-to-the-end", runs).values()
+    leads = depth_for_heads.lead_during("pictures", runs).values()
+    for lead, expected in zip(leads, ([0, -20], [0, -10], [0, 10]), strict=True):
+        assert lead == pytest.approx(expected)
+    (_, last, _) = depth_for_heads.lead_during("python-to-the-end", runs).values()
     assert last == pytest.approx([0, -100 * np.log(0.4 / 0.3)])
 
 
