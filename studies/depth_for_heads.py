@@ -95,7 +95,7 @@ SETTINGS = {
         seconds=160,
         score="accuracy",
         margin=0.5,
-        flat=4.0,
+        flat=5.0,
         width=48,
         head_dim=8,
     ),
@@ -169,9 +169,30 @@ def tried(task: str) -> tuple[Arm, ...]:
 
 
 def best_rates(task: str) -> dict[str, str]:
-    """Return the learning rate of each arm with which its loss was lowest.
+    """Return the learning rate of each arm with which its loss was lowest at the end of training.
 
-    If the task has validation items beside the held-out ones, theirs counts.
+    A rate whose run is not flat is left out, unless none is. If the task has validation items
+    beside the held-out ones, their loss counts.
+
+    Raises:
+        ValueError: the rates were not tried.
+    """
+    runs = runs_of_rates(task)
+
+    def badness(arm: str, rate: str) -> tuple[bool, float]:
+        run = runs[f"{arm}-lr-{rate}"]
+        return not is_flat(task, [run]), loss_of_rate(run)
+
+    best = {
+        arm.name: min(SETTINGS[task].rates, key=lambda rate: badness(arm.name, rate))
+        for arm in arms(task)
+        if arm.group != "null"
+    }
+    return best | {AGAIN: best[ORIGINAL]}
+
+
+def runs_of_rates(task: str) -> dict[str, Measured]:
+    """Return the runs that tried the learning rates of a task, by arm and rate.
 
     Raises:
         ValueError: the rates were not tried.
@@ -180,14 +201,12 @@ def best_rates(task: str) -> dict[str, str]:
     if not path.exists():
         command = f"python -m studies.depth_for_heads --task {task} --scale rates --record"
         raise ValueError(f"the arms of {task} need their learning rates: run {command} first")
-    runs = json.loads(path.read_text())["runs"]
-    loss = {run["arm"]: run.get("validation_loss", run["held_out_loss"]) for run in runs}
-    best = {
-        arm.name: min(SETTINGS[task].rates, key=lambda rate: loss[f"{arm.name}-lr-{rate}"])
-        for arm in arms(task)
-        if arm.group != "null"
-    }
-    return best | {AGAIN: best[ORIGINAL]}
+    return {run["arm"]: run for run in json.loads(path.read_text())["runs"]}
+
+
+def loss_of_rate(run: Measured) -> float:
+    """Return the loss by which a learning rate is chosen."""
+    return run.get("validation_loss", run["held_out_loss"])
 
 
 def name_of(task: str) -> str:
@@ -327,7 +346,8 @@ def _study(task: str) -> Study:
     if setting.to_the_end:
         rule += (
             f" One run of each arm with each learning rate ({', '.join(setting.rates)}), from "
-            "another seed, chose the rate: that of the lowest loss. An arm is at the end "
+            "another seed, chose the rate: that of the lowest loss among "
+            "the flat ones. An arm is at the end "
             "of its training if the last fifth of the steps changes its loss by no more than "
             f"{setting.flat:g}%, averaged over the seeds."
         )

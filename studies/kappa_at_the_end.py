@@ -121,8 +121,7 @@ def _twins(task: str, runs: Sequence[dict[str, Any]]) -> str:
 
 def _of_rates(task: str) -> str:
     """Return by how much kappa after training depends on the learning rate."""
-    path = RESULTS / f"{depth_for_heads.name_of(task)}-rates.json"
-    kappa = {run["arm"]: run["kappa"] for run in json.loads(path.read_text())["runs"]}
+    kappa = {name: run["kappa"] for name, run in depth_for_heads.runs_of_rates(task).items()}
     low, *_, high = depth_for_heads.SETTINGS[task].rates
     names = [name.removesuffix(f"-lr-{low}") for name in kappa if name.endswith(f"-lr-{low}")]
     ratios = [kappa[f"{name}-lr-{high}"] / kappa[f"{name}-lr-{low}"] for name in names]

@@ -97,10 +97,10 @@ def read(name: str) -> dict[str, Any] | None:
 def converged(task: str, found: dict[str, Any]) -> str:
     """Return what the rates of a task gave, and whether its runs are at the end of training."""
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
-    tried = json.loads((RESULTS / f"{depth_for_heads.name_of(task)}-rates.json").read_text())
     loss = {
-        run["arm"]: f"{run.get('validation_loss', run['held_out_loss']):.4f}"
-        for run in tried["runs"]
+        name: f"{depth_for_heads.loss_of_rate(run):.4f}"
+        + "*" * (not depth_for_heads.is_flat(task, [run]))
+        for name, run in depth_for_heads.runs_of_rates(task).items()
     }
     rows, open_ended, all_falls = [], [], []
     for arm, own in _by_arms(found).items():
@@ -138,7 +138,8 @@ def converged(task: str, found: dict[str, Any]) -> str:
         f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and {median(all_falls):.1f}% at "
         f"the median. {sum(abs(fall) > setting.flat for fall in all_falls)} of "
         f"{len(all_falls)} runs changed by more than {setting.flat:g}%. The losses at the "
-        f"three rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"three rates are of seed {depth_for_heads.TRIED_SEED}; a star marks a run that was not "
+        "flat."
         f"{unbracketed}"
     )
     leads = [

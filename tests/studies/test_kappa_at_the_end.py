@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from studies import kappa_at_the_end
+from studies import depth_for_heads, kappa_at_the_end
 from studies.study import judged
 
 ARMS = "original", "lean", "shallow-only", "original-again"
@@ -29,7 +29,8 @@ def runs_of(first: tuple[float, ...], last: tuple[float, ...]) -> list[dict]:
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    monkeypatch.setattr(kappa_at_the_end, "RESULTS", tmp_path)
+    for module in (kappa_at_the_end, depth_for_heads):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
 
     def write(task: str, runs: list[dict]) -> None:
         (tmp_path / f"depth_for_heads_{task}.json").write_text(json.dumps({"runs": runs}))

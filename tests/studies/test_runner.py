@@ -167,7 +167,9 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "RESULTS", tmp_path)
     rates = depth_for_heads.SETTINGS[task].rates
     tried = [
-        {"arm": f"{arm}-lr-{rate}", "held_out_loss": float(rate)} for arm in arms for rate in rates
+        {"arm": f"{arm}-lr-{rate}", "held_out_loss": float(rate), "losses": [1.0] * 21}
+        for arm in arms
+        for rate in rates
     ]
     path = tmp_path / "depth_for_heads_python-to-the-end-rates.json"
     path.write_text(json.dumps({"runs": tried}))

@@ -292,10 +292,10 @@ def test_an_arm_is_flat_if_its_last_fifth_hardly_changes_the_loss_on_average() -
     assert depth_for_heads.is_flat("pictures", [run(0.975)])
     assert not depth_for_heads.is_flat("python-to-the-end", [run(0.975)])
     assert not depth_for_heads.is_flat("python", [run(1)])
-    assert not depth_for_heads.is_flat("pictures", [run(0.955)])
-    assert not depth_for_heads.is_flat("pictures", [run(1.045)])
-    assert depth_for_heads.is_flat("pictures", [run(0.955), run(1.045)])
-    assert not depth_for_heads.is_flat("pictures", [run(0.94), run(0.975)])
+    assert not depth_for_heads.is_flat("pictures", [run(0.945)])
+    assert not depth_for_heads.is_flat("pictures", [run(1.055)])
+    assert depth_for_heads.is_flat("pictures", [run(0.945), run(1.055)])
+    assert not depth_for_heads.is_flat("pictures", [run(0.92), run(0.975)])
 
 
 def test_leads_are_of_the_same_seed_and_time() -> None:
@@ -317,8 +317,9 @@ def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None
     task = "python-to-the-end"
     low, middle, high = depth_for_heads.SETTINGS[task].rates
     loss = {"original": (1.3, 1.2, 1.25), "lean": (1.5, 1.4, 1.3)}
+    flat = [1.0] * 21
     runs = [
-        {"arm": f"{arm}-lr-{rate}", "held_out_loss": value}
+        {"arm": f"{arm}-lr-{rate}", "held_out_loss": value, "losses": flat}
         for arm, values in loss.items()
         for rate, value in zip((low, middle, high), values)
     ]
@@ -332,6 +333,12 @@ def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None
     arms = {arm.name: arm for arm in depth_for_heads.tried(task)}
     assert arms[f"lean-lr-{high}"].flags[-2:] == ("--lr", high)
     assert len(arms) == 6
+    # Validation counts before held-out items, and a run that is not flat only after all that are.
+    runs[0] |= {"validation_loss": 1.1}
+    runs[-1] |= {"losses": [1.0] * 20 + [0.9]}
+    path.write_text(json.dumps({"runs": runs}))
+    rates = depth_for_heads.best_rates(task)
+    assert (rates["original"], rates["lean"]) == (low, middle)
 
 
 def test_without_its_rates_a_task_offers_only_to_try_them(tmp_path, monkeypatch) -> None:
@@ -372,7 +379,10 @@ def test_verdicts_on_depth_follow_the_losses(task: str) -> None:
 
 
 def test_the_central_claim_is_repeated_with_its_two_arms(tmp_path, monkeypatch) -> None:
-    runs = [{"arm": arm.name, "held_out_loss": arm.x} for arm in depth_for_heads.tried("pictures")]
+    runs = [
+        {"arm": arm.name, "held_out_loss": arm.x, "losses": [1.0] * 21}
+        for arm in depth_for_heads.tried("pictures")
+    ]
     path = tmp_path / "depth_for_heads_pictures-rates.json"
     path.write_text(json.dumps({"runs": runs}))
     monkeypatch.setattr(depth_for_heads, "RESULTS", tmp_path)
