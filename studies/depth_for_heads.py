@@ -357,7 +357,7 @@ def _study(task: str) -> Study:
         )
     if task == "pictures":
         not_shown += (
-            " A model sees each of its thousand mazes about a hundred times, each time with other "
+            " A model sees each of its 1,250 mazes about eighty times, each time with other "
             "noise. The held-out loss is flat because learning and memorising balance. In pilots, "
             "with more mazes it still fell, and with fewer it rose."
         )

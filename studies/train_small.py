@@ -5,7 +5,7 @@
 A task is read from this Python's installation or generated:
 
 - ``pictures``: which open cells of a drawn maze its start reaches. A maze has 5 × 5 noisy cells of
-  4 × 4 pixels. Every cell is a patch, and the model classifies each. A seed gives 1,000 mazes to
+  4 × 4 pixels. Every cell is a patch, and the model classifies each. A seed gives 1,250 mazes to
   learn from, each with other noise whenever it is seen. All seeds are measured on the same mazes:
   2,000 during training, and 10,000 others after it.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
@@ -59,7 +59,7 @@ CELLS = 5  # a side of a maze
 PIXELS = 4  # a side of a cell
 NOISE = 1.2  # standard deviation of a pixel
 WALLS = 0.42  # share of the cells
-TRAINING_MAZES = 1000
+TRAINING_MAZES = 1250
 NOISES = 1 << 30  # indices of each training maze, for other noise
 VALIDATION_MAZES = 2000
 HELD_OUT_MAZES = 10_000
