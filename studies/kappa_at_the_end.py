@@ -126,8 +126,8 @@ def _of_rates(task: str) -> str:
     names = [name.removesuffix(f"-lr-{low}") for name in kappa if name.endswith(f"-lr-{low}")]
     ratios = [kappa[f"{name}-lr-{high}"] / kappa[f"{name}-lr-{low}"] for name in names]
     return (
-        f" With a rate of {high} instead of {low}, κ after training is {min(ratios):.2g} to "
-        f"{max(ratios):.2g} times as large ({task}, the runs that chose the rates)."
+        f" With a rate of {high} instead of {low}, κ after training is {min(ratios):.3g} to "
+        f"{max(ratios):.3g} times as large ({task}, the runs that chose the rates)."
     )
 
 
