@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,10 @@ def section() -> str:
     if not tested:
         return ""
     measured = (
-        "**Measured.** κ on 16 held-out items, the geometric mean over layers, of the runs that "
-        "train to the end, before the first step and after each twentieth of the steps. A layer "
-        "whose κ float32 heads do not resolve counts as 10⁷. r is Spearman's rank correlation over "
-        "the arms of one seed."
+        "**Measured.** κ on 16 items that are not learned from, the geometric mean over layers, of "
+        "the runs that train to the end, before the first step and after each twentieth of the "
+        "steps. A layer whose κ float32 heads do not resolve counts as 10⁷. r is Spearman's rank "
+        "correlation over the arms of one seed."
     )
     rule = (
         "**Rule.** Student's test over seeds, one-sided; p is corrected after Holm over all claims "
@@ -108,7 +109,7 @@ def section() -> str:
 
 
 def _twins(task: str, runs: Sequence[dict[str, Any]]) -> str:
-    """Return which arms of a task start with the same kappa, because they start as one model."""
+    """Return which arms of a task start with the same kappa."""
     names = arms_of(runs)
     first = stats.table(runs, names, "kappa_at_first")
     alike = [
@@ -116,7 +117,7 @@ def _twins(task: str, runs: Sequence[dict[str, Any]]) -> str:
         for (i, one), (j, other) in combinations(enumerate(names), 2)
         if (first[:, i] == first[:, j]).all()
     ]
-    return f" Of {task}, {'; '.join(alike)} start as the same model." if alike else ""
+    return f" On {task}, {'; '.join(alike)} start with the same κ." if alike else ""
 
 
 def _of_rates(task: str) -> str:
@@ -126,8 +127,9 @@ def _of_rates(task: str) -> str:
     names = [name.removesuffix(f"-lr-{low}") for name in kappa if name.endswith(f"-lr-{low}")]
     ratios = [kappa[f"{name}-lr-{high}"] / kappa[f"{name}-lr-{low}"] for name in names]
     return (
-        f" With a rate of {high} instead of {low}, κ after training is {min(ratios):.3g} to "
-        f"{max(ratios):.3g} times as large ({task}, the runs that chose the rates)."
+        f" On {task}, a rate of {high} instead of {low} multiplies κ after training by "
+        f"{min(ratios):.3g} to {max(ratios):.3g}, and by {median(ratios):.3g} at the median. These "
+        "are the runs that chose the rates."
     )
 
 

@@ -94,13 +94,20 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def converged(task: str, found: dict[str, Any]) -> str:
-    """Return what the rates of a task gave, and whether its runs are at the end of training."""
+def converged(task: str, found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> str:
+    """Return what the rates of a task gave, and whether its runs are at the end of training.
+
+    Args:
+        task: name of the task.
+        found: its results.
+        others: those of its repetitions.
+    """
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
+    tried = depth_for_heads.runs_of_rates(task)
     loss = {
         name: f"{depth_for_heads.loss_of_rate(run):.4f}"
         + "*" * (not depth_for_heads.is_flat(task, [run]))
-        for name, run in depth_for_heads.runs_of_rates(task).items()
+        for name, run in tried.items()
     }
     rows, open_ended, all_falls = [], [], []
     for arm, own in _by_arms(found).items():
@@ -126,28 +133,48 @@ def converged(task: str, found: dict[str, Any]) -> str:
         verdict = f"{arms} are at the end of their training."
     ends = setting.rates[0], setting.rates[-1]
     edge = [arm for arm, *_ in rows if arm != depth_for_heads.AGAIN and best[arm] in ends]
-    unbracketed = (
-        f" For {' and '.join(edge)}, the best of the three is the lowest or the highest. A better "
-        "rate may lie beyond it."
+    on_rates = (
+        f" For {' and '.join(edge)}, the rate taken is the lowest or the highest of the three. A "
+        "better one may lie beyond it."
         if edge
         else ""
     )
+    for arm, *_ in rows:
+        own = {
+            rate: depth_for_heads.loss_of_rate(tried[f"{arm}-lr-{rate}"])
+            for rate in setting.rates
+            if f"{arm}-lr-{rate}" in tried
+        }
+        lowest = min(own, key=own.__getitem__, default=best[arm])
+        if lowest != best[arm]:
+            on_rates += f" {arm} had a lower loss at {lowest}, in a run that was not flat."
     said = (
         f"**At the end.** {verdict} The last columns show by how much the last fifth of the steps "
-        "lowered the loss of the items that are measured during training. This was "
+        "lowered the loss of the items measured during training. This was "
         f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and {median(all_falls):.1f}% at "
         f"the median. {sum(abs(fall) > setting.flat for fall in all_falls)} of "
         f"{len(all_falls)} runs changed by more than {setting.flat:g}%. The losses at the "
         f"three rates are of seed {depth_for_heads.TRIED_SEED}; a star marks a run that was not "
         "flat."
-        f"{unbracketed}"
+        f"{on_rates}"
     )
-    leads = [
-        (time, "{:.2f} [{:.2f}, {:.2f}]".format(lead.mean(), *stats.interval(lead)))
-        for time, lead in depth_for_heads.lead_during(task, found["runs"]).items()
+    all_results = (found, *others)
+    leads = [depth_for_heads.lead_during(task, of["runs"]) for of in all_results]
+    rows = [
+        (
+            time,
+            *(
+                "{:.2f} [{:.2f}, {:.2f}]".format(of[time].mean(), *stats.interval(of[time]))
+                for of in leads
+            ),
+        )
+        for time in leads[0]
     ]
-    headers = ("on the same items", f"lean's lead over the original, {setting.unit}")
-    during = tabulate(leads, headers, "github", disable_numparse=True)
+    headers = (
+        f"lean's lead on the items measured during training, {setting.unit}",
+        *(f"seeds from {of.get('first_seed', 0)}" for of in all_results),
+    )
+    during = tabulate(rows, headers, "github", disable_numparse=True)
     return f"{said}\n\n{shown}\n\n{during}"
 
 
@@ -204,20 +231,22 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         table(_claims(found), "github", elsewhere),
         *plot,
         _by_group(study, found) or _by_arm(study, found),
-        *_converged(study, found),
+        *_converged(study, found, others),
         *(_rerun(other, found) for other in others),
         f"**Not shown.** {study.not_shown}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _converged(study: Study, found: dict[str, Any]) -> Iterator[str]:
+def _converged(
+    study: Study, found: dict[str, Any], others: Sequence[dict[str, Any]]
+) -> Iterator[str]:
     """Yield what a study whose arms train to the end says about it."""
     if study is depth_for_heads.STUDIES["pictures"] and (ceiling := ideal_observer.section()):
         yield ceiling
     for task in _TO_THE_END:
         if depth_for_heads.STUDIES[task] is study:
-            yield converged(task, found)
+            yield converged(task, found, others)
 
 
 def _claims(found: dict[str, Any]) -> list[Claim]:

@@ -90,11 +90,14 @@ def section() -> str:
         f"before training (below 0 in {below[0]}), in {above[1]} for κ after training "
         f"({below[1]}), and in {above[2]} for the number of parameters ({below[2]}). "
     )
-    reliable = [ranking for ranking, count in zip(RANKS, above) if count == len(found)]
+    ranked = [sum(math.isfinite(of[ranking][0]) for of in found) for ranking in RANKS]
+    reliable = [name for name, count, of in zip(RANKS, above, ranked) if count == of]
     if reliable:
-        verdict += f"{' and '.join(reliable)} ordered the models rightly in all of them."
+        verdict += f"The interval of {' and '.join(reliable)} is above 0 in all of them."
     else:
-        verdict += "None is above 0 in all of them. Therefore nothing here chooses a model by one."
+        verdict += (
+            "No ranking is above 0 in all of them, so nothing here chooses a model by κ or by size."
+        )
     return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
 
 

@@ -14,9 +14,9 @@ A task is read from this Python's installation or generated:
   list.
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
-the initial weights and the order of the items. The loss and the accuracy of the first held-out
-items, and kappa, are measured before training and after each twentieth of the steps. The training
-loss is the mean over the last twentieth.
+the initial weights and the order of the items. The loss and the accuracy of the first validation
+items (held-out ones, if a task has no others), and kappa, are measured before training and after
+each twentieth of the steps. The training loss is the mean over the last twentieth.
 """
 
 import argparse

@@ -61,11 +61,14 @@ def test_verdicts_follow_kappa_and_the_losses(record):
     said = kappa_at_the_end.section()
     assert "“pictures: κ after training orders the losses better than before” holds." in said
     assert "3 of 5 claims hold, 2 fail and 0 are undecided" in said
-    assert "With a rate of 6e-3 instead of 1.5e-3, κ after training is 2.5 to 5 times" in said
-    assert "start as the same model" not in said
+    assert (
+        "On pictures, a rate of 6e-3 instead of 1.5e-3 multiplies κ after training by 2.5 to 5,"
+        in said
+    )
+    assert "start with the same κ" not in said
     record("pictures", runs_of((30, 20, 20, 99), (1, 2, 3, 99)))
     said = kappa_at_the_end.section()
-    assert f"Of pictures, {ARMS[1]} and {ARMS[2]} start as the same model." in said
+    assert f"On pictures, {ARMS[1]} and {ARMS[2]} start with the same κ." in said
 
 
 def test_of_two_arms_only_the_fall_is_tested_and_the_figure_is_drawn(record):

@@ -191,11 +191,18 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
         "0.0, 6.7",
         "3.33",
     ]
-    assert "For original and lean, the best of the three is the lowest" in said
+    assert "For original and lean, the rate taken is the lowest" in said
     assert "This was 0.0% to 6.7% in a run, and 0.0% at the median. 1 of 4 runs" in said
     leads = [float(line.split("|")[2].split("[")[0]) for line in said.splitlines()[-3:]]
+    assert "| seeds from 0" in said
     # After 80% of the steps, after all of them, and at the lowest loss.
     assert leads == pytest.approx([-100 * math.log(loss) / 2 for loss in (3.0, 2.8, 2.8)], abs=0.01)
+    tried[0]["losses"] = falling
+    path.write_text(json.dumps({"runs": tried}))
+    said = page.converged(task, {"runs": runs})
+    assert "For lean, the rate taken is the lowest" in said
+    assert "original had a lower loss at 1.5e-3, in a run that was not flat." in said
+    assert "| original | 0.0015* " in said
 
 
 def test_a_repetition_of_one_claim_stands_beside_that_claim():

@@ -260,6 +260,7 @@ def test_no_maze_that_is_measured_is_learned(monkeypatch) -> None:
     for own in learned:
         assert all(len(own & others) < 5 for others in measured)  # by chance, with another start
     assert len(learned[0] & learned[1]) < 5
+    assert len(measured[0] & measured[1]) < 5
     assert one.held_out[0].equal(other.held_out[0])
 
 
@@ -291,7 +292,8 @@ def test_an_arm_is_flat_if_its_last_fifth_hardly_changes_the_loss_on_average() -
     assert depth_for_heads.fall_at_end(run(0.975)) == pytest.approx(2.5)
     assert depth_for_heads.is_flat("pictures", [run(0.975)])
     assert not depth_for_heads.is_flat("python-to-the-end", [run(0.975)])
-    assert not depth_for_heads.is_flat("python", [run(1)])
+    with pytest.raises(ValueError, match="python is not trained to the end"):
+        depth_for_heads.is_flat("python", [run(1)])
     assert not depth_for_heads.is_flat("pictures", [run(0.945)])
     assert not depth_for_heads.is_flat("pictures", [run(1.055)])
     assert depth_for_heads.is_flat("pictures", [run(0.945), run(1.055)])
@@ -311,6 +313,8 @@ def test_leads_are_of_the_same_seed_and_time() -> None:
         assert lead == pytest.approx(expected)
     (_, last, _) = depth_for_heads.lead_during("python-to-the-end", runs).values()
     assert last == pytest.approx([0, -100 * np.log(0.4 / 0.3)])
+    with pytest.raises(ValueError, match=r"have the seeds \[0, 1\] and \[0\]"):
+        depth_for_heads.lead_during("pictures", runs[1:])
 
 
 def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None:
@@ -409,4 +413,18 @@ def test_the_planner_is_compared_with_what_was_measured(tmp_path, monkeypatch) -
     assert found["κ before training"] == pytest.approx((1, 1, 1))
     assert found["κ after training"] == pytest.approx((-1, -1, -1))
     assert found["parameters"] == pytest.approx((1, 1, 1))
-    assert "1.00 [1.00, 1.00]" in planner.section()
+    said = planner.section()
+    assert "1.00 [1.00, 1.00]" in said
+    assert "The interval of κ before training and parameters is above 0 in all of them." in said
+    losses |= {"a": 0.9}
+    (tmp_path / "allocation_y.json").write_text(
+        json.dumps(
+            {
+                "runs": [
+                    run | {"held_out_loss": losses[run["arm"]] * (1 + 1e-3 * run["seed"])}
+                    for run in runs
+                ]
+            }
+        )
+    )
+    assert "No ranking is above 0 in all of them" in planner.section()
