@@ -306,9 +306,11 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
             f"{seconds:.0f} s each, Python {other['versions']['python']}, torch "
             f"{other['versions']['torch']})"
         )
-    text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
-    if differ:
-        text += " The others:"
+    if len(after) > 1:
+        text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
+        text += " The others:" * bool(differ)
+    else:
+        text += ":" if differ else ": the verdict is the same."
     if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
         flat = [depth_for_heads.is_flat(task, own) for own in _by_arms(other).values()]
         differ.append(f"{sum(flat)} of {len(flat)} arms are at the end of their training.")
