@@ -310,7 +310,7 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
         text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
         text += " The others:" * bool(differ)
     else:
-        text += ":" if differ else ": the verdict is the same."
+        text += "." if differ else ": the verdict is the same."
     if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
         flat = [depth_for_heads.is_flat(task, own) for own in _by_arms(other).values()]
         differ.append(f"{sum(flat)} of {len(flat)} arms are at the end of their training.")
