@@ -7,7 +7,7 @@ A task is read from this Python's installation or generated:
 - ``pictures``: which open cells of a drawn maze its start reaches. A maze has 5 × 5 noisy cells of
   4 × 4 pixels. Every cell is a patch, and the model classifies each. A seed gives 1,250 mazes to
   learn from, each with other noise whenever it is seen. All seeds are measured on the same mazes:
-  2,000 during training, and 10,000 others after it.
+  1,024 of 2,000 during training, and 10,000 others after it.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
 - ``listops``: the value of each list at its closing bracket. Lists are nested, of MIN, MAX and MED,
   with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]. The held-out value is that of the whole
