@@ -360,9 +360,8 @@ def _study(task: str) -> Study:
         rule += (
             f" One run of each arm tried each learning rate ({', '.join(setting.rates)}) with "
             "another seed. Each arm takes the rate of its flat run with the lowest loss. If none "
-            "was flat, all count. An arm is at the end "
-            "of its training if the last fifth of the steps changes its loss by no more than "
-            f"{setting.flat:g}%, averaged over the seeds."
+            "was flat, all count. An arm is at the end of its training if the last fifth of the "
+            f"steps changes its loss by no more than {setting.flat:g}%, averaged over the seeds."
         )
         not_shown = (
             "The schedule lowers the learning rate to 0, which flattens every curve. Other "

@@ -294,7 +294,7 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
         for results in (original, other)
     )
     differ = [
-        f"“{name}”: {before[name]}, then {after[name]}."
+        f"The verdict on “{name}” was “{before[name]}”, then “{after[name]}”."
         for name in after
         if before[name] != after[name]
     ]
@@ -302,15 +302,11 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
     if other["scale"] != original["scale"]:
         seconds = mean(run["seconds"] for run in other["runs"])
         text += (
-            f" and `--scale {other['scale']}` ({other['machine']['jobs']} runs at once, "
+            f" and `--scale {other['scale']}`: {other['machine']['jobs']} runs at once, "
             f"{seconds:.0f} s each, Python {other['versions']['python']}, torch "
-            f"{other['versions']['torch']})"
+            f"{other['versions']['torch']}"
         )
-    if len(after) > 1:
-        text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
-        text += " The others:" * bool(differ)
-    else:
-        text += "." if differ else ": the verdict is the same."
+    text += f". Same verdicts: {len(after) - len(differ)} of {len(after)}."
     if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
         flat = [depth_for_heads.is_flat(task, own) for own in _by_arms(other).values()]
         differ.append(f"{sum(flat)} of {len(flat)} arms are at the end of their training.")
